@@ -88,17 +88,21 @@ class Oracle:
         wanted = [one for one in wanted if one.drafter.num_read != one.length]
         if not wanted:
             return None
+        longest = num_steps = max(one.num_tokens for one in wanted)
+        counts = [one.num_tokens for one in wanted]
         if self._model is not None:
-            self._model.guess(wanted)
-        longest = max(one.num_tokens for one in wanted)
+            real = self._model.guess(wanted)
+            if real is None:
+                return None
+            wanted = [one for one in wanted if one.drafter.pending is real]  # the model has read the others in part
+            num_steps, counts = real.num_steps, [len(one.drafter.guesses) for one in wanted]
         # The host reads them when the draft model's steps are done: their copy is behind these on the device.
         first = self._first if self._first + longest * len(wanted) <= ORACLE_GUESSES else 0
         self._first = first + longest * len(wanted)
-        tokens = self._guesses[first : self._first]
-        guesses = DeviceGuesses(tokens, started, self._copies)
-        for i, (drafter, _, length, count) in enumerate(wanted):
+        guesses = DeviceGuesses(self._guesses[first : self._first], num_steps, started, self._copies)
+        for i, (drafter, _, length, _) in enumerate(wanted):
             drafter.num_read = length
-            drafter.expect(count, guesses, range(i * longest, (i + 1) * longest))
+            drafter.expect(counts[i], guesses, range(i * longest, (i + 1) * longest))
         return guesses
 
     def graph_s(self, num_rows: int) -> float:

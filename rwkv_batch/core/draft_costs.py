@@ -19,8 +19,11 @@ EXPIRY_STEPS = 100
 LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8, 12, MAX_DRAFT_TOKENS)
 """Lengths of drafts to choose from."""
 HOST_S, HOST_DRAFT_S = 0.0002, 0.00002
-"""Time between the graphs of two steps with drafts, and for each draft, before it is measured: low, so that drafts are
-tried."""
+"""From the tokens of a step with drafts to the launch of the next one, and for each draft, before it is measured: low,
+so that drafts are tried."""
+ADDED_S = 0.0001
+"""What a step with drafts takes beyond its graph and guesses or host, before it is measured: it samples, and stages
+inputs."""
 FIRST_HOST_S, FIRST_HOST_DRAFT_S = 0.0005, 0.0002
 """The same for a step with drafts after one without: the device has nothing to run while the host prepares it."""
 ASSUMED_FACTOR = 1.25
@@ -37,6 +40,10 @@ class Shape(NamedTuple):
     tokens: int
     logits: int
     drafts: int = 0
+
+    def with_drafts(self, num_tokens: int, drafts: int) -> Shape:
+        """Return the size with this many drafts, which have `num_tokens` in total."""
+        return Shape(self.rows + num_tokens, self.tokens + num_tokens, self.logits + num_tokens, drafts)
 
 
 class Times:
@@ -102,13 +109,14 @@ class StepTimes:
 
         guesses_s: of its guesses; is_first: the step before has no drafts
         """
-        least_s, added, host_s = self._least_s(shape, plain_s), self._added, 0.0
+        least_s, added, assumed_s = self._least_s(shape, plain_s), self._added, 0.0
         if self._graph_s is not None and is_first:
-            added, host_s = self._added_first, FIRST_HOST_S + FIRST_HOST_DRAFT_S * shape.drafts
+            added, assumed_s = self._added_first, FIRST_HOST_S + FIRST_HOST_DRAFT_S * shape.drafts
         elif self._graph_s is not None:
             host_s = HOST_S + HOST_DRAFT_S * shape.drafts
-            guesses_s = max(guesses_s, self._host.median_near(shape.drafts.bit_length(), 0.0))
-        return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), host_s)) + guesses_s
+            guesses_s = max(guesses_s, self._host.median_near(shape.drafts.bit_length(), host_s))
+            assumed_s = ADDED_S
+        return least_s and max(plain_s, least_s + added.median_near(shape.tokens.bit_length(), assumed_s)) + guesses_s
 
     def guess_s(self, num_rows: int, plain_s: float, model_s: Callable[[int], float]) -> float:
         """Return the seconds of each token that the draft model guesses for rows. model_s: of its graph; 0: none"""
@@ -261,7 +269,7 @@ class Chooser:
                 one.row: length
                 for one in self.rows
                 # Not much longer than a draft of this row with the same chance.
-                if (length := min(number, one.max_tokens, 2 * int(chance / one.log_rate + 1e-6)))
+                if (length := min(number, one.max_tokens, round(2 * chance / one.log_rate)))
             }
             choice = self.evaluate(lengths)
             if not choice.seconds:
@@ -278,7 +286,8 @@ class Chooser:
     def evaluate(self, lengths: dict[int, int], is_first: bool = False) -> Choice:
         """Return what drafts of these lengths yield, and in what time. is_first: see `StepTimes.drafts_s`"""
         plain, num_tokens, drafts = self._plain, 0, 0
-        expected, num_guesses, all_whole, least, lost = float(plain.logits), 0, 1.0, 1.0, 0.0
+        expected, num_guesses, all_whole, none_whole, least = float(plain.logits), 0, 1.0, 1.0, 1.0
+        num_whole = lost = 0.0
         for row, rate, _, _, is_guessed in self.rows:
             length = lengths.get(row)
             if length:
@@ -289,15 +298,19 @@ class Chooser:
                 if is_guessed:
                     num_guesses = max(num_guesses, length)
                     all_whole *= chance
+                    none_whole *= 1 - chance
                     least = min(least, chance)
+                    num_whole += chance
                     lost += chance * chance
         guesses_s = 0.0
-        if num_guesses:
-            # After a draft that is accepted whole, the model first reads its last token. Unless all rows must, it
-            # guesses one less for this row.
-            expected -= (1 - all_whole / least) * lost
+        if num_guesses == 1:  # after a draft that is accepted whole, the model first reads its last token
+            guesses_s = self._guess_s * (2 - none_whole)
+        elif num_guesses:  # and guesses one less for this row, unless all rows must
+            others = 1 - all_whole / least
+            expected -= others * lost
+            num_tokens -= int(others * num_whole)
             guesses_s = self._guess_s * (num_guesses + all_whole)
-        shape = Shape(plain.rows + num_tokens, plain.tokens + num_tokens, plain.logits + num_tokens, drafts)
+        shape = plain.with_drafts(num_tokens, drafts)
         return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
 
 

@@ -229,6 +229,8 @@ class Guesses(Protocol):
 
     seconds: float
     """from the call to the first `read`"""
+    num_steps: int
+    """of the model"""
 
     def read(self) -> list[int]:
         """Return the tokens of all rows. Waits for the device."""
@@ -251,7 +253,7 @@ PRIOR_TRIALS, MODEL_TRIALS = 5.0, 16.0
 """Tokens that the acceptance of all rows counts for in a row's own: that of lookups depends most on the text."""
 MAX_TRIALS = 4
 """First tokens of a draft that count in it: a long right one must not outweigh ten wrong ones."""
-MEMORY, POOL_MEMORY, FADING = 0.97, 0.995, 0.995
+MEMORY, POOL_MEMORY, FADING = 0.97, 0.999, 0.995
 """Weight of a row's older drafts, of those of all rows, and of both at each step: texts change."""
 
 

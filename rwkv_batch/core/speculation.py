@@ -124,7 +124,7 @@ class Speculation:
         self._guesses: Guesses | None = None
         """of the last step"""
         self._num_guesses = 0
-        """of the last step per row; 0: other text was read too, so its time is unusual"""
+        """steps of the model that they took; 0: other text was read too, so their time is unusual"""
         self._launched: Launched | None = None
         """the last step with drafts"""
         self._chosen: tuple[list[Sequence], Chooser] | None = None
@@ -144,7 +144,7 @@ class Speculation:
         self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
         drafts, price, launched = self._choose(rows)
         self._guess(drafts, rows)
-        has_drafts, result = False, []
+        result, num_tokens, num_drafts = list[ScheduledRow](), 0, 0
         for row, draft in zip(rows, drafts, strict=True):
             is_pending = row.sequence.token_ids[-1] == PENDING
             if draft is None or not (draft.tokens or is_pending):
@@ -152,13 +152,13 @@ class Speculation:
             elif not is_pending:
                 draft.slots, row.draft, row.sequence.draft = self._slots.allocate(len(draft.tokens)), draft, draft
                 self._forget_plain(row.sequence)
-                has_drafts = True
+                num_tokens, num_drafts = num_tokens + len(draft.tokens), num_drafts + 1
                 result.append(row)
-        self._has_drafts = has_drafts if result else self._has_drafts
-        if not has_drafts:
+        self._has_drafts = num_drafts > 0 if result else self._has_drafts
+        if not num_drafts:
             return result
         self._probes.spend(price)
-        self._launched = launched
+        self._launched = launched and launched._replace(size=launched.size.with_drafts(num_tokens, num_drafts))
         for row in result:
             if row.draft is not None:  # then no later step has this object
                 row.uses_device_token = row.is_plain = False
@@ -212,7 +212,7 @@ class Speculation:
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length, is_probe=price > 0)
         began = rows[0].sequence, self._begun, not self._has_drafts
-        return drafts, price, Launched(times, best.size, plain_s, guess_s, *began)
+        return drafts, price, Launched(times, shape, plain_s, guess_s, *began)
 
     def plan_next(self) -> None:
         """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
@@ -277,10 +277,11 @@ class Speculation:
             # one of the step, does not show what a guess takes.
             is_next = all(row.length - row.drafter.num_read <= len(row.drafter.guesses) + 1 for row in missing)
             self._guesses = self.model.guess(missing)
-            self._num_guesses = max(row.num_tokens for row in missing) if is_next and len(missing) == len(wanted) else 0
+            if self._guesses is not None and is_next and len(missing) == len(wanted):
+                self._num_guesses = self._guesses.num_steps
         else:
             self._guesses = wanted[0][1].drafter.pending
-            self._num_guesses = max(len(row.drafter.guesses) for _, row in wanted)
+            self._num_guesses = 0 if self._guesses is None else self._guesses.num_steps
         for draft, row in wanted:
             draft.tokens = row.drafter.propose(row.ids, row.length, row.num_tokens)
 

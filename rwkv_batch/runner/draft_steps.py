@@ -202,7 +202,8 @@ class DraftSteps:
         tokens = self._run(rows) if rows else None
         if tokens is None:
             return None
-        result, count = DeviceGuesses(tokens.view(-1), started), tokens.shape[1]
+        count = tokens.shape[1]
+        result = DeviceGuesses(tokens.view(-1), count, started)
         for i, row in enumerate([row for row in rows if row.num_tokens]):
             row.drafter.expect(row.num_tokens, result, range(i * count, (i + 1) * count))
         return result
@@ -311,7 +312,7 @@ class DraftSteps:
         """Return the chosen tokens [steps, R] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
         num_steps, pitch = tokens.shape
         own, size = tokens.clone().view(-1), num_steps * pitch  # the next run overwrites the graphs'
-        result = DeviceGuesses(own, started, self._copies)
+        result = DeviceGuesses(own, num_steps, started, self._copies)
         for i, (drafter, count, first) in enumerate(zip(drafters, counts, firsts, strict=True)):
             drafter.expect(min(count, num_steps - first), result, range(first * pitch + i, size, pitch))
         return result

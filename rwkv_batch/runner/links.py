@@ -202,9 +202,9 @@ class TokenCopies:
 class DeviceGuesses:
     """Implements `Guesses`: tokens on a device, on their way to the host."""
 
-    def __init__(self, tokens: Tensor, started: float, copies: TokenCopies | None = None) -> None:
+    def __init__(self, tokens: Tensor, num_steps: int, started: float, copies: TokenCopies | None = None) -> None:
         """tokens: [n] int64, contiguous; started: by time.monotonic(); copies: of the tokens' device"""
-        self.tokens = tokens
+        self.tokens, self.num_steps = tokens, num_steps
         self._copy: HostCopy | TokenCopy | None = HostCopy(tokens) if copies is None else copies.start(tokens)
         self._on_host: list[int] = []
         self._started = started
