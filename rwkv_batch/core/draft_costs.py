@@ -207,8 +207,6 @@ class Proposal(NamedTuple):
     """What a row can draft."""
 
     drafter: RowDrafter
-    rate: float
-    """of the drafter"""
     tokens: list[int] | None
     """None: the draft model has to guess them"""
     start: int
@@ -216,6 +214,8 @@ class Proposal(NamedTuple):
     max_tokens: int
     gain: float
     """in tokens, without the cost that rows share"""
+    rate: float
+    """of the drafter; 0: the row has one only"""
 
     def draft(self, length: int, is_probe: bool = False) -> Draft:
         """Return a draft of at most this many tokens."""

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rwkv_batch.core.draft_costs import (
     ASSUMED_GUESS,
@@ -83,6 +83,44 @@ def make_drafters(
     return drafters
 
 
+class _Step(NamedTuple):
+    """A step that may have drafts."""
+
+    sequences: list[Sequence]
+    found: list[Proposal | None]
+    """what each row can draft"""
+    times: StepTimes
+    shape: Shape
+    """without drafts"""
+    plain_s: float
+    """seconds without drafts"""
+    guess_s: float
+    """of each guess"""
+
+    def chooser(self) -> Chooser:
+        """Return what finds the best drafts."""
+        rates = [None if one is None else min(max(one.drafter.rate, 0.001), 0.999) for one in self.found]
+        rows = [
+            Candidate(i, rate, math.log(rate), one.max_tokens, one.tokens is None)
+            for i, (one, rate) in enumerate(zip(self.found, rates, strict=True))
+            if one is not None and rate is not None
+        ]
+        return Chooser(self.times, self.shape, self.plain_s, self.guess_s, rows)
+
+    def plan(self) -> dict[Sequence, int]:
+        """Return the best lengths for the next step. {}: no draft pays, or a row has none, and may need a probe."""
+        lengths = self.chooser().best(KEPT_GAIN).lengths
+        rows = [i for i, one in enumerate(self.found) if one is not None]
+        return {self.sequences[i]: lengths[i] for i in rows} if len(lengths) == len(rows) else {}
+
+    def planned_lengths(self, planned: dict[Sequence, int]) -> dict[int, int] | None:
+        """Return the planned lengths by row. None: other rows can draft than those of the plan."""
+        rows = [(i, one.max_tokens) for i, one in enumerate(self.found) if one is not None]
+        if not planned or planned.keys() != {self.sequences[i] for i, _ in rows}:
+            return None
+        return {i: min(planned[self.sequences[i]], most) for i, most in rows}
+
+
 class Speculation:
     """Drafts of all rows. Owned by the engine's thread."""
 
@@ -127,8 +165,8 @@ class Speculation:
         """steps of the model that they took; 0: other text was read too, so their time is unusual"""
         self._launched: Launched | None = None
         """the last step with drafts"""
-        self._chosen: tuple[list[Sequence], Chooser] | None = None
-        """the last step's rows and how their drafts were chosen; None: they had none that pay"""
+        self._chosen: _Step | None = None
+        """the last step, if it has drafts that pay"""
         self._planned: dict[Sequence, int] = {}
         """lengths of the next drafts of the same rows; {}: none are planned"""
         self._ended: list[Draft] = []
@@ -180,39 +218,36 @@ class Speculation:
             found[i] = self._propose(rows[i].sequence, guess_cost, most_tokens)
         if self.mode != "auto":
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
-        candidates = [
-            Candidate(i, one.rate, math.log(one.rate), one.max_tokens, one.tokens is None)
-            for i, one in enumerate(found)
-            if one is not None
-        ]
-        if not plain_s or not candidates:
+        if not plain_s or not any(found):
             return [None] * num_rows, 0.0, None
-        chooser, price = Chooser(times, shape, plain_s, guess_s, candidates), 0.0
-        sequences, best = [row.sequence for row in rows], chooser.nothing
-        if planned.keys() == {sequences[one.row] for one in candidates}:
-            lengths = {one.row: min(planned[sequences[one.row]], one.max_tokens) for one in candidates}
-            best = chooser.evaluate({i: length for i, length in lengths.items() if length})
-        least = (1 + KEPT_GAIN) * shape.logits / plain_s
-        if not (best.lengths and best.seconds and best.num_tokens / best.seconds > least):
-            best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
-        self._are_paying = bool(best.lengths)
-        self._chosen = (sequences, chooser) if best.lengths else None
-        self._probes.add(bool(best.lengths))
-        if len(best.lengths) < len(candidates) and self._probes.is_enough:
-            probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in candidates[:PROBE_ROWS]}
-            probed = chooser.evaluate(probes | best.lengths, is_first=not self._has_drafts)
-            reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in candidates) else 0.0
-            # Tokens that it is expected to yield pay for a part.
-            gain = (probed.num_tokens - best.num_tokens) / shape.logits
-            cost = self._probes.cost((probed.seconds + reading_s - best.seconds) / plain_s - gain)
-            if probed.seconds and cost:
-                best, price = probed, cost
+        step = _Step([row.sequence for row in rows], found, times, shape, plain_s, guess_s)
+        lengths, price = step.planned_lengths(planned), 0.0
+        if lengths is None:
+            lengths, price = self._search(step)
+        self._are_paying = bool(lengths) and not price
+        self._chosen = step if self._are_paying else None
+        self._probes.add(self._are_paying)
         drafts: list[Draft | None] = [None] * num_rows
-        for i, length in best.lengths.items():
+        for i, length in lengths.items():
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length, is_probe=price > 0)
         began = rows[0].sequence, self._begun, not self._has_drafts
         return drafts, price, Launched(times, shape, plain_s, guess_s, *began)
+
+    def _search(self, step: _Step) -> tuple[dict[int, int], float]:
+        """Return the best lengths by row, and what probes among them cost, in steps."""
+        chooser, guess_s = step.chooser(), step.guess_s
+        best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
+        if len(best.lengths) < len(chooser.rows) and self._probes.is_enough:
+            probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in chooser.rows[:PROBE_ROWS]}
+            probed = chooser.evaluate(probes | best.lengths, is_first=not self._has_drafts)
+            reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in chooser.rows) else 0.0
+            # Tokens that it is expected to yield pay for a part.
+            gain = (probed.num_tokens - best.num_tokens) / step.shape.logits
+            cost = self._probes.cost((probed.seconds + reading_s - best.seconds) / step.plain_s - gain)
+            if probed.seconds and cost:
+                return probed.lengths, cost
+        return best.lengths, 0.0
 
     def plan_next(self) -> None:
         """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
@@ -221,8 +256,8 @@ class Speculation:
         """
         self.count_drafts()
         chosen, self._chosen = self._chosen, None
-        if chosen is not None and (lengths := chosen[1].best(KEPT_GAIN).lengths):
-            self._planned = {chosen[0][one.row]: lengths.get(one.row, 0) for one in chosen[1].rows}
+        if chosen is not None:
+            self._planned = chosen.plan()
 
     def _times_of(self, rows: list[ScheduledRow], shape: Shape) -> tuple[StepTimes, float]:
         """Return the times that hold for a step, and its seconds without drafts. 0: not known."""
@@ -253,11 +288,11 @@ class Speculation:
                 count = len(tokens) - is_pending
                 if count <= 0:
                     continue
-            rate = min(max(one.rate, 0.001), 0.999)
             # One drafter needs no comparison.
-            gain = best_length(rate, cost, count)[1] if len(sequence.drafters) > 1 else 0.0
+            rate = one.rate if len(sequence.drafters) > 1 else 0.0
+            gain = rate and best_length(rate, cost, count)[1]
             if best is None or (gain, rate) > (best.gain, best.rate):
-                best = Proposal(one, rate, tokens, known, count, gain)
+                best = Proposal(one, tokens, known, count, gain, rate)
         return best
 
     def _guess(self, drafts: list[Draft | None], rows: list[ScheduledRow]) -> None:

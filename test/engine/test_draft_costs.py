@@ -163,7 +163,8 @@ def test_lengths_are_planned_while_the_step_before_runs(monkeypatch: pytest.Monk
     assert lengths(rows[:3]) == [1, 3, 3] and num_chosen == 6, "its text ends"
 
 
-def test_a_plan_that_no_longer_pays_is_not_used() -> None:
+def test_a_plan_holds_for_one_step() -> None:
+    """The next one is made when the outcome of its drafts is known."""
     slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
     speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
     rows = [predicted(0.9) for _ in range(4)]
@@ -174,8 +175,12 @@ def test_a_plan_that_no_longer_pays_is_not_used() -> None:
         row.sequence.draft, pool = None, row.sequence.drafters[0].pool
         pool.accepted, pool.rejected = pool.rejected, pool.accepted
     speculation._probes.steps = -1.0
-    speculation.add_drafts(rows)
-    assert not any(row.sequence.draft for row in rows)
+    for has_drafts in (True, False):
+        speculation.add_drafts(rows)
+        assert all(bool(row.sequence.draft) == has_drafts for row in rows)
+        for row in rows:
+            row.sequence.draft = None
+        speculation.plan_next()
 
 
 def test_rows_that_begin_to_match_are_not_bound_by_a_plan() -> None:
