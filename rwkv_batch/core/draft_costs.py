@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from statistics import median_low
@@ -30,6 +31,9 @@ ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
 ASSUMED_GUESS = 0.1
 """The same, of each token that the draft model guesses."""
+MIN_GAIN, KEPT_GAIN = 0.03, -0.015
+"""Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated. The second holds
+after a step with drafts: a few unlucky ones end nothing, because without drafts nothing is learnt."""
 
 
 class Shape(NamedTuple):
@@ -312,6 +316,44 @@ class Chooser:
             guesses_s = self._guess_s * (num_guesses + all_whole)
         shape = plain.with_drafts(num_tokens, drafts)
         return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
+
+
+class DraftOptions(NamedTuple):
+    """What the rows of a step can draft, and its times."""
+
+    sequences: list[Sequence]
+    found: list[Proposal | None]
+    """by row; None: it can draft nothing"""
+    times: StepTimes
+    shape: Shape
+    """without drafts"""
+    plain_s: float
+    """seconds without drafts"""
+    guess_s: float
+    """of each guess"""
+
+    def chooser(self) -> Chooser:
+        """Return what finds the best drafts."""
+        rates = [None if one is None else min(max(one.drafter.rate, 0.001), 0.999) for one in self.found]
+        rows = [
+            Candidate(i, rate, math.log(rate), one.max_tokens, one.tokens is None)
+            for i, (one, rate) in enumerate(zip(self.found, rates, strict=True))
+            if one is not None and rate is not None
+        ]
+        return Chooser(self.times, self.shape, self.plain_s, self.guess_s, rows)
+
+    def plan(self) -> dict[Sequence, int]:
+        """Return the best lengths for the next step. {}: no draft pays, or a row has none, and may need a probe."""
+        lengths = self.chooser().best(KEPT_GAIN).lengths
+        rows = [i for i, one in enumerate(self.found) if one is not None]
+        return {self.sequences[i]: lengths[i] for i in rows} if len(lengths) == len(rows) else {}
+
+    def planned_lengths(self, planned: dict[Sequence, int]) -> dict[int, int] | None:
+        """Return the planned lengths by row. None: other rows can draft than those of the plan."""
+        rows = [(i, one.max_tokens) for i, one in enumerate(self.found) if one is not None]
+        if not planned or planned.keys() != {self.sequences[i] for i, _ in rows}:
+            return None
+        return {i: min(planned[self.sequences[i]], most) for i, most in rows}
 
 
 FIRST_PROBES, MAX_PROBES = 1.0, 4.0

@@ -13,17 +13,17 @@ accepted token.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from rwkv_batch.core.draft_costs import (
     ASSUMED_GUESS,
-    Candidate,
-    Chooser,
+    KEPT_GAIN,
+    MIN_GAIN,
+    DraftOptions,
     Launched,
     ProbeBudget,
     Proposal,
@@ -54,9 +54,6 @@ MAX_READ = 32
 """Known tokens that a step reads of a row at most, for a draft."""
 TOKEN_COST = 0.02
 """Tokens that a drafted token must gain at least: which drafter is best."""
-MIN_GAIN, KEPT_GAIN = 0.03, -0.015
-"""Gain of a step's drafts, in steps, below which they are left out: their cost may be underestimated. The second holds
-after a step with drafts: a few unlucky ones end nothing, because without drafts nothing is learnt."""
 PROBE_TOKENS = 3
 """Tokens of a draft that shows whether a text that was not predictable is so by now."""
 PROBE_ROWS = 4
@@ -81,44 +78,6 @@ def make_drafters(
     if has_model and mode != "ngram":
         drafters.append(ModelDrafter())
     return drafters
-
-
-class _Step(NamedTuple):
-    """A step that may have drafts."""
-
-    sequences: list[Sequence]
-    found: list[Proposal | None]
-    """what each row can draft"""
-    times: StepTimes
-    shape: Shape
-    """without drafts"""
-    plain_s: float
-    """seconds without drafts"""
-    guess_s: float
-    """of each guess"""
-
-    def chooser(self) -> Chooser:
-        """Return what finds the best drafts."""
-        rates = [None if one is None else min(max(one.drafter.rate, 0.001), 0.999) for one in self.found]
-        rows = [
-            Candidate(i, rate, math.log(rate), one.max_tokens, one.tokens is None)
-            for i, (one, rate) in enumerate(zip(self.found, rates, strict=True))
-            if one is not None and rate is not None
-        ]
-        return Chooser(self.times, self.shape, self.plain_s, self.guess_s, rows)
-
-    def plan(self) -> dict[Sequence, int]:
-        """Return the best lengths for the next step. {}: no draft pays, or a row has none, and may need a probe."""
-        lengths = self.chooser().best(KEPT_GAIN).lengths
-        rows = [i for i, one in enumerate(self.found) if one is not None]
-        return {self.sequences[i]: lengths[i] for i in rows} if len(lengths) == len(rows) else {}
-
-    def planned_lengths(self, planned: dict[Sequence, int]) -> dict[int, int] | None:
-        """Return the planned lengths by row. None: other rows can draft than those of the plan."""
-        rows = [(i, one.max_tokens) for i, one in enumerate(self.found) if one is not None]
-        if not planned or planned.keys() != {self.sequences[i] for i, _ in rows}:
-            return None
-        return {i: min(planned[self.sequences[i]], most) for i, most in rows}
 
 
 class Speculation:
@@ -165,7 +124,7 @@ class Speculation:
         """steps of the model that they took; 0: other text was read too, so their time is unusual"""
         self._launched: Launched | None = None
         """the last step with drafts"""
-        self._chosen: _Step | None = None
+        self._chosen: DraftOptions | None = None
         """the last step, if it has drafts that pay"""
         self._planned: dict[Sequence, int] = {}
         """lengths of the next drafts of the same rows; {}: none are planned"""
@@ -220,12 +179,12 @@ class Speculation:
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         if not plain_s or not any(found):
             return [None] * num_rows, 0.0, None
-        step = _Step([row.sequence for row in rows], found, times, shape, plain_s, guess_s)
-        lengths, price = step.planned_lengths(planned), 0.0
+        options = DraftOptions([row.sequence for row in rows], found, times, shape, plain_s, guess_s)
+        lengths, price = options.planned_lengths(planned), 0.0
         if lengths is None:
-            lengths, price = self._search(step)
+            lengths, price = self._search(options)
         self._are_paying = bool(lengths) and not price
-        self._chosen = step if self._are_paying else None
+        self._chosen = options if self._are_paying else None
         self._probes.add(self._are_paying)
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in lengths.items():
@@ -234,17 +193,17 @@ class Speculation:
         began = rows[0].sequence, self._begun, not self._has_drafts
         return drafts, price, Launched(times, shape, plain_s, guess_s, *began)
 
-    def _search(self, step: _Step) -> tuple[dict[int, int], float]:
+    def _search(self, options: DraftOptions) -> tuple[dict[int, int], float]:
         """Return the best lengths by row, and what probes among them cost, in steps."""
-        chooser, guess_s = step.chooser(), step.guess_s
+        chooser, guess_s = options.chooser(), options.guess_s
         best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
         if len(best.lengths) < len(chooser.rows) and self._probes.is_enough:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in chooser.rows[:PROBE_ROWS]}
             probed = chooser.evaluate(probes | best.lengths, is_first=not self._has_drafts)
             reading_s = READ_GUESSES * guess_s if any(one.is_guessed for one in chooser.rows) else 0.0
             # Tokens that it is expected to yield pay for a part.
-            gain = (probed.num_tokens - best.num_tokens) / step.shape.logits
-            cost = self._probes.cost((probed.seconds + reading_s - best.seconds) / step.plain_s - gain)
+            gain = (probed.num_tokens - best.num_tokens) / options.shape.logits
+            cost = self._probes.cost((probed.seconds + reading_s - best.seconds) / options.plain_s - gain)
             if probed.seconds and cost:
                 return probed.lengths, cost
         return best.lengths, 0.0
