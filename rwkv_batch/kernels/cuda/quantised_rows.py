@@ -22,7 +22,7 @@ SCALE_ALIGNMENT = 4
 """Alignment of rows' scales in elements: 16 bytes."""
 SKINNY_ROWS = {Format.FP8: 15, Format.INT4: 8}
 """Maximum rows of the skinny kernel; for fp8 the rows for which it is used."""
-SKINNY_ROWS_ON_HOPPER = {Format.FP8: 4, Format.INT4: 8}
+SKINNY_ROWS_ON_HOPPER = {Format.FP8: 1, Format.INT4: 8}
 """The same on Hopper, whose kernels take over earlier."""
 
 

@@ -1,6 +1,6 @@
 """Quantised weights times few fp16 rows (csrc/skinny/skinny_quant.cu).
 
-On Hopper one row, and up to 4 rows of fp8, use the tensor cores (csrc/skinny/hopper_row.cu, hopper_few.cu).
+On Hopper one row uses the tensor cores (csrc/skinny/hopper_row.cu).
 """
 
 from __future__ import annotations
@@ -33,8 +33,6 @@ GROUP_INPUTS = 128
 """Inputs that share a scale in int8 and int4."""
 MAX_MIXED_GEMM_ROWS = 8
 """Maximum rows of a skinny launch with fp16 GEMMs."""
-HOPPER_FEW_ROWS = range(2, 5)
-"""fp8 rows for which hopper_few.cu is used; it takes up to 8."""
 MAX_ROW_INPUTS = 4096
 """Maximum inputs of hopper_row.cu."""
 
@@ -81,8 +79,6 @@ def multiply_few(
     inputs = [slot.k for slot in args.gemms[:count]]
     if rows == 1 and fits_hopper_row(gemms[0].linear, inputs):
         hopper_library().call("rwkv_hopper_row", ctypes.byref(args))
-    elif fits_hopper_few(gemms[0].linear, inputs, rows):
-        hopper_library().call("rwkv_hopper_few", ctypes.byref(args))
     else:
         library().call("rwkv_skinny_quant", ctypes.byref(args))
 
@@ -108,12 +104,6 @@ def _fill_gemm(slot: QuantGemmArgs, m: QuantGemm, format_: Format, rows: int) ->
     slot.activation, slot.out_fp32 = m.activation, m.y.dtype == torch.float32
     chunks = k // INPUT_STEP[format_]
     slot.warps_k = 8 if chunks >= 8 else 4 if chunks >= 4 else 2 if chunks >= 2 else 1
-
-
-def fits_hopper_few(linear: QuantisedWeights, inputs: Sequence[int], rows: int) -> bool:
-    """Whether csrc/skinny/hopper_few.cu takes GEMMs of so many inputs."""
-    is_known = rows in HOPPER_FEW_ROWS and linear.format is Format.FP8 and all(k % 64 == 0 for k in inputs)
-    return is_known and has_hopper_gemm(linear.packed.qweight.device)
 
 
 def fits_hopper_row(linear: QuantisedWeights, inputs: Sequence[int]) -> bool:

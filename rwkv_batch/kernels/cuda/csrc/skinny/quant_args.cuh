@@ -1,4 +1,4 @@
-// Arguments of skinny_quant.cu, hopper_row.cu and hopper_few.cu. Mirrored in cuda/library.py.
+// Arguments of skinny_quant.cu and hopper_row.cu. Mirrored in cuda/library.py.
 #pragma once
 
 #include "../mix/norm_mix.cuh"
