@@ -36,7 +36,8 @@ from rwkv_batch.model.state import StateFormat
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler
-from rwkv_batch.runner.graphs.prefill import LONG_ROWS, PrefillGraphs, smallest_fitting, usable_sizes
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs
+from rwkv_batch.runner.graphs.prefill_inputs import LONG_ROWS, smallest_fitting, usable_sizes
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import FIRST_FREE_SLOT, ZERO_SLOT
 

@@ -27,7 +27,8 @@ from rwkv_batch.model.step_inputs import step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, Greedy
 from rwkv_batch.runner.graphs.guess import CHOSEN, GuessGraphs, Verified
-from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PrefillSize
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs
+from rwkv_batch.runner.graphs.prefill_inputs import PrefillSize
 from rwkv_batch.runner.links import DeviceGuesses, TokenCopies
 from rwkv_batch.runner.model_files import load_pipeline, open_model
 from rwkv_batch.runner.pipeline import Pipeline, Stage, resolve_backends

@@ -248,8 +248,8 @@ class ModelRunner:
         return self.graphs.run_layers_in_pieces(inputs, between) or self.pipeline.run_layers(inputs)
 
     def _forward(self, inputs: StepInputs, into: Tensor | None, between: Callable[[], None] | None) -> Tensor:
-        """Return the logits [R, V] of any step: from graphs if one fits, else in `into` if they fit."""
-        logits = self.graphs.logits_of_prompts(inputs, between)
+        """Return the logits [R, V] of any step, in `into` if they fit. None: no graph may run it."""
+        logits = None if into is None else self.graphs.logits_of_prompts(inputs, between)
         if logits is not None:
             return logits
         holds_all = into is not None and len(inputs.logit_tokens) <= len(into)

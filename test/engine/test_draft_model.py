@@ -23,7 +23,7 @@ from rwkv_batch.model.state import ModelShape
 from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.draft_steps import READ_SIZES, DraftSteps, fastest_dtypes, groups_to_read
 from rwkv_batch.runner.graphs.guess import CHOSEN, Verified
-from rwkv_batch.runner.graphs.prefill import PrefillSize, smallest_fitting
+from rwkv_batch.runner.graphs.prefill_inputs import PrefillSize, smallest_fitting
 from rwkv_batch.runner.links import DeviceGuesses
 from rwkv_batch.runner.model_files import load_pipeline
 from sampling.params import SamplingParams

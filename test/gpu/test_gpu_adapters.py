@@ -26,6 +26,8 @@ from rwkv_batch.model.weights import open_weights
 from rwkv_batch.runner.calibration import MeasuredInputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs
+from rwkv_batch.runner.graphs.prefill_inputs import PrefillSize
 from rwkv_batch.runner.pipeline import Stage
 from test.adapter_files import random_experts, write_adapter
 from test.gpu.test_gpu_forward import SLOTS, fast_stage, make_weights, true_stage
@@ -144,6 +146,30 @@ def test_a_graph_does_the_same(stages: tuple[Stage, Stage], rows: int) -> None:
         actual = graphs.run_logits(list(range(rows)), [0] * rows, slots, numbers)
         error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
         assert error.max() < 1e-2
+
+
+@torch.inference_mode()
+def test_graphs_of_prompts_add_adapters(stages: tuple[Stage, Stage]) -> None:
+    """As kernel by kernel. A graph is replayed with other adapters per row, and those without keep their own graphs."""
+    fast, reference = stages
+    assert fast.state is not None
+    graph_stages = make_graph_stages([fast], 512, 2)
+    vocab = fast.head.linear.weight.shape[0] if fast.head is not None else 0
+    made = torch.empty(48, vocab, dtype=torch.float32, device=GPU)
+    sizes = [PrefillSize(4, 32), PrefillSize(8, 128), PrefillSize(8, 512)]
+    graphs = PrefillGraphs(graph_stages, made, sizes=sizes, max_adapters=8)
+    graphs.warm_up(adapters=True)
+    for lengths in ([5], [20, 3], [5, 1, 33, 2, 1, 40, 3], [300, 100, 1]):
+        for numbers in (dealt(len(lengths)), dealt(len(lengths) + 3)[3:], None):
+            inputs = ragged(lengths, numbers)
+            size = graphs.size_for(inputs)
+            assert size is not None
+            expected = logits(reference, inputs)
+            fast.state.wkv.zero_(), fast.state.shift.zero_()
+            made.fill_(torch.nan)
+            actual = graphs.run(inputs, size)
+            error = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+            assert error.max() < 0.03, (lengths, numbers)
 
 
 def test_an_adapter_slot_may_be_reused(stages: tuple[Stage, Stage]) -> None:

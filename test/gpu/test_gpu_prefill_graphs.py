@@ -12,7 +12,8 @@ from rwkv_batch.model.step_inputs import StepInputs, step_inputs
 from rwkv_batch.runner.graphs.capture import make_graph_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, usable_mixed_sizes
-from rwkv_batch.runner.graphs.prefill import LONG_ROWS, SIZES, PrefillGraphs, PrefillSize
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs
+from rwkv_batch.runner.graphs.prefill_inputs import LONG_ROWS, SIZES, PrefillSize
 from rwkv_batch.runner.pipeline import Stage
 from state_pool.layout import DUMMY_SLOT
 from test.gpu.random_stage import GPU, VOCAB, random_stage

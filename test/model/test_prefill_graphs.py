@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,16 +13,18 @@ import pytest
 import torch
 
 from demo.random_weights import random_weights
+from rwkv_batch.kernels.cuda.adapters import max_tiles
 from rwkv_batch.model.step_inputs import CONTINUES, StepInputs, step_inputs
 from rwkv_batch.model.weights import weights_from
 from rwkv_batch.runner.graphs.capture import CaptureError
 from rwkv_batch.runner.graphs.pieces import PROMPT_TOKENS, GraphPieces
-from rwkv_batch.runner.graphs.prefill import (
+from rwkv_batch.runner.graphs.prefill import ADAPTER_TOKENS, PrefillGraphs
+from rwkv_batch.runner.graphs.prefill_inputs import (
     PADDING_DRAFT,
     SIZES,
     VERIFY_SIZES,
-    PrefillGraphs,
     PrefillSize,
+    StagedPrompts,
     input_lengths,
     pad,
     smallest_fitting,
@@ -143,18 +147,22 @@ def test_the_smallest_fitting_size_comes_first() -> None:
 class TimedGraphs(PrefillGraphs):
     """Graphs of 32 layers that take a time per token. Captures of `failing` tokens find no memory."""
 
+    failing_with_adapters = 0
+
     def __init__(self, token_us: float, failing: int = 0) -> None:
         self._all_sizes, self._max_seconds, self._size_of = usable_sizes(128), 0.032, {}
-        self.seconds, self._captured, self._graph_stages = {}, {}, [Mock()]
+        self.seconds, self._captured, self._graph_stages, self._adapter_sizes = {}, {}, [Mock()], []
         self.token_us, self.failing, self.tried = token_us, failing, list[int]()
 
-    def _graph(self, number: int, size: PrefillSize) -> Any:
+    def _graph(self, number: int, size: PrefillSize, adapters: bool) -> Any:
         if size not in self.seconds:
             self.tried.append(size.tokens)
             if size.tokens == self.failing:
                 raise CaptureError("out of memory")
             self.seconds[size] = 1e-6 * self.token_us * size.tokens
-        return self._captured.setdefault((number, size), Mock())
+        if adapters and size.tokens == self.failing_with_adapters:
+            raise CaptureError("out of memory")
+        return self._captured.setdefault((number, size, adapters), Mock())
 
 
 @pytest.mark.parametrize(("token_us", "longest", "captured"), [(14, 2048, 2048), (26, 1024, 1536), (200, 256, 256)])
@@ -163,7 +171,37 @@ def test_long_graphs_are_left_out(token_us: float, longest: int, captured: int) 
     graphs = TimedGraphs(token_us)
     graphs.warm_up()
     assert max(size.tokens for size in graphs.sizes) == longest and max(graphs.tried) == captured
-    assert {size for _, size in graphs._captured} == set(graphs.sizes) == set(graphs.seconds)
+    assert {size for _, size, _ in graphs._captured} == set(graphs.sizes) == set(graphs.seconds)
+
+
+def test_rows_with_adapters_have_graphs_of_their_own() -> None:
+    """Fewer sizes. Those without memory, other steps with adapters, and drafts are launched kernel by kernel."""
+    graphs = TimedGraphs(14)
+    graphs.failing_with_adapters = 512
+    with_adapter = replace(step([300, 90]), adapters=torch.tensor([1] * 300 + [0] * 90))
+    graphs.warm_up()
+    assert graphs.size_for(step([300, 90])) is not None and graphs.size_for(with_adapter) is None
+    graphs.warm_up(adapters=True)
+    assert graphs.size_for(with_adapter) == (8, 1024) and graphs.size_for(step([300, 90])) == (8, 448)
+    assert {size.tokens for _, size, adapters in graphs._captured if adapters} == {*ADAPTER_TOKENS} - {512}
+    drafts = step_inputs([[5], [6]], [2, CONTINUES], [3, 4], [0, 1])
+    assert graphs.size_for(replace(drafts, adapters=torch.tensor([1, 1]))) is None
+
+
+def test_tokens_of_adapters_are_staged(stage: Stage) -> None:
+    """Padding tokens have no adapter."""
+    size, numbers = PrefillSize(4, 32), torch.tensor([2] * 17 + [0] * 3)
+    staging = StagedPrompts.__new__(StagedPrompts)
+    staging._max_adapters, tiles = 4, max_tiles(32, 4)
+    host = {name: np.zeros(length, dtype=np.int64) for name, length in input_lengths(5, 32).items()}
+    host |= {"tile_tokens": np.zeros(16 * tiles, dtype=np.int32), "tile_numbers": np.zeros(tiles, dtype=np.int32)}
+    staging.arrays = SimpleNamespace(filling=lambda: nullcontext(host), on_device=[{}])  # type: ignore[assignment]
+    staging.fill(replace(step([17, 3]), adapters=numbers), size)
+    tokens = host["tile_tokens"].reshape(tiles, 16)
+    for number in (0, 2):
+        of_number = tokens[host["tile_numbers"] == number]
+        assert sorted(of_number[of_number >= 0]) == torch.nonzero(numbers == number).flatten().tolist()
+    assert (host["tile_numbers"] == -1).sum() == tiles - 3
 
 
 def test_a_long_graph_without_memory_is_left_out() -> None:

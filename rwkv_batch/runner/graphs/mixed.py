@@ -19,7 +19,7 @@ from torch import Tensor
 from rwkv_batch.model.step_inputs import StepInputs
 from rwkv_batch.runner.graphs.capture import StagedArrays, run_stages
 from rwkv_batch.runner.graphs.decode import DecodeGraphs
-from rwkv_batch.runner.graphs.prefill import PrefillSize, empty_step, input_lengths, pad
+from rwkv_batch.runner.graphs.prefill_inputs import PrefillSize, empty_step, input_lengths, pad
 from state_pool.layout import DUMMY_SLOT, ZERO_SLOT
 
 logger = logging.getLogger(__name__)

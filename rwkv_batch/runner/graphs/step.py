@@ -21,7 +21,8 @@ from rwkv_batch.runner.graphs.capture import CaptureError, GraphStage, make_grap
 from rwkv_batch.runner.graphs.decode import DecodeGraphs, DeviceSampler, padded_sizes
 from rwkv_batch.runner.graphs.mixed import MixedGraphs, MixedSize, usable_mixed_sizes
 from rwkv_batch.runner.graphs.pieces import piece_layers
-from rwkv_batch.runner.graphs.prefill import LONG_ROWS, PrefillGraphs, PromptPieces, usable_sizes
+from rwkv_batch.runner.graphs.prefill import PrefillGraphs, PromptPieces
+from rwkv_batch.runner.graphs.prefill_inputs import LONG_ROWS, usable_sizes
 from rwkv_batch.runner.pipeline import Pipeline, Stage
 from rwkv_batch.runner.row_inputs import RowInputs, num_device_rows
 from rwkv_batch.runner.step_sampling import StepSampler
@@ -70,7 +71,7 @@ class StepGraphs:
             graph_stages, rows, sampler, limits.num_req_slots, depth, num_logits, config.pool.max_adapters, pieces
         )
         graphs.decode = decode
-        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth, prompt_sizes)
+        graphs.prompts = PrefillGraphs(graph_stages, decode.logits, depth, prompt_sizes, config.pool.max_adapters)
         graphs.mixed = MixedGraphs(decode, mixed_sizes, depth)
         if decode.pieces is not None:
             graphs.prompt_pieces = PromptPieces(decode.pieces, decode.logits, depth)
@@ -100,14 +101,15 @@ class StepGraphs:
     def warm_up(self, adapters: bool) -> None:
         """Capture all graphs.
 
-        adapters: also graphs of decode steps with adapters
+        adapters: also graphs of steps with adapters
         """
         try:
             if self.decode is not None:
                 self.decode.warm_up(adapters=adapters)
-            for graphs in (self.prompts, self.mixed):
-                if graphs is not None:
-                    graphs.warm_up()
+            if self.prompts is not None:
+                self.prompts.warm_up(adapters)
+            if self.mixed is not None:
+                self.mixed.warm_up()
         except CaptureError as error:
             self.disable(error)
         try:
