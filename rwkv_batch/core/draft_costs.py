@@ -9,7 +9,6 @@ from statistics import median_low
 from typing import NamedTuple
 
 from rwkv_batch.core.drafters import MAX_DRAFT_TOKENS, Draft, RowDrafter
-from rwkv_batch.core.sequence import Sequence
 
 RECENT = 9
 """Latest steps of a kind whose median counts."""
@@ -185,9 +184,8 @@ class Launched(NamedTuple):
     """seconds without drafts"""
     guess_s: float
     """of each guess"""
-    first: Sequence
-    """of its rows"""
-    begun: float
+    first: Draft
+    """of its drafts"""
     is_first: bool
     """whether the step before has no drafts"""
 
@@ -318,10 +316,17 @@ class Chooser:
         return Choice(lengths, shape, self._times.drafts_s(shape, self.nothing.seconds, guesses_s, is_first), expected)
 
 
+class Plan(NamedTuple):
+    """Lengths for the next step. They hold if the same drafters propose tokens, in a step of the same size."""
+
+    times: StepTimes
+    shape: Shape
+    lengths: dict[RowDrafter, int]
+
+
 class DraftOptions(NamedTuple):
     """What the rows of a step can draft, and its times."""
 
-    sequences: list[Sequence]
     found: list[Proposal | None]
     """by row; None: it can draft nothing"""
     times: StepTimes
@@ -342,18 +347,19 @@ class DraftOptions(NamedTuple):
         ]
         return Chooser(self.times, self.shape, self.plain_s, self.guess_s, rows)
 
-    def plan(self) -> dict[Sequence, int]:
-        """Return the best lengths for the next step. {}: no draft pays, or a row has none, and may need a probe."""
+    def plan(self) -> Plan | None:
+        """Return the best lengths for the next step. None: no draft pays, or a row has none, and may need a probe."""
         lengths = self.chooser().best(KEPT_GAIN).lengths
-        rows = [i for i, one in enumerate(self.found) if one is not None]
-        return {self.sequences[i]: lengths[i] for i in rows} if len(lengths) == len(rows) else {}
+        planned = {one.drafter: lengths.get(i, 0) for i, one in enumerate(self.found) if one is not None}
+        return Plan(self.times, self.shape, planned) if all(planned.values()) else None
 
-    def planned_lengths(self, planned: dict[Sequence, int]) -> dict[int, int] | None:
-        """Return the planned lengths by row. None: other rows can draft than those of the plan."""
-        rows = [(i, one.max_tokens) for i, one in enumerate(self.found) if one is not None]
-        if not planned or planned.keys() != {self.sequences[i] for i, _ in rows}:
+    def planned_lengths(self, plan: Plan | None) -> dict[int, int] | None:
+        """Return the planned lengths by row. None: the plan does not hold."""
+        drafters = {one.drafter for one in self.found if one is not None}
+        if plan is None or plan[:2] != (self.times, self.shape) or plan.lengths.keys() != drafters:
             return None
-        return {i: min(planned[self.sequences[i]], most) for i, most in rows}
+        lengths = plan.lengths
+        return {i: min(lengths[one.drafter], one.max_tokens) for i, one in enumerate(self.found) if one is not None}
 
 
 FIRST_PROBES, MAX_PROBES = 1.0, 4.0

@@ -25,6 +25,7 @@ from rwkv_batch.core.draft_costs import (
     MIN_GAIN,
     DraftOptions,
     Launched,
+    Plan,
     ProbeBudget,
     Proposal,
     Shape,
@@ -123,11 +124,11 @@ class Speculation:
         self._num_guesses = 0
         """steps of the model that they took; 0: other text was read too, so their time is unusual"""
         self._launched: Launched | None = None
-        """the last step with drafts"""
+        """the last step, if it has drafts and is not measured yet"""
         self._chosen: DraftOptions | None = None
         """the last step, if it has drafts that pay"""
-        self._planned: dict[Sequence, int] = {}
-        """lengths of the next drafts of the same rows; {}: none are planned"""
+        self._planned: Plan | None = None
+        """for the next step"""
         self._ended: list[Draft] = []
         """drafts that have ended"""
 
@@ -135,11 +136,15 @@ class Speculation:
 
     def add_drafts(self, rows: list[ScheduledRow]) -> list[ScheduledRow]:
         """Return a step's rows with their drafts. A row whose draft needs a token in flight is left out."""
-        if self.mode == "off" or len(rows) > MAX_ROWS:
-            self._has_drafts, self._planned, self._chosen = False, {}, None
+        planned, self._planned, self._chosen = self._planned, None, None
+        if not rows:  # the step in flight is still to be measured
             return rows
-        self._begun, self._guesses, self._num_guesses = time.monotonic(), None, 0
-        drafts, price, launched = self._choose(rows)
+        self._launched = None
+        if self.mode == "off" or len(rows) > MAX_ROWS:
+            self._has_drafts = False
+            return rows
+        self._begun, self._guesses, self._num_guesses, is_first = time.monotonic(), None, 0, not self._has_drafts
+        drafts, price, options = self._choose(rows, planned)
         self._guess(drafts, rows)
         result, num_tokens, num_drafts = list[ScheduledRow](), 0, 0
         for row, draft in zip(rows, drafts, strict=True):
@@ -155,15 +160,20 @@ class Speculation:
         if not num_drafts:
             return result
         self._probes.spend(price)
-        self._launched = launched and launched._replace(size=launched.size.with_drafts(num_tokens, num_drafts))
+        if options is not None:
+            num_left_out = len(rows) - len(result)
+            size = options.shape.with_drafts(num_tokens - num_left_out, num_drafts)
+            first = next(row.draft for row in result if row.draft is not None)
+            self._launched = Launched(options.times, size, options.plain_s, options.guess_s, first, is_first)
         for row in result:
             if row.draft is not None:  # then no later step has this object
                 row.uses_device_token = row.is_plain = False
         return [row if row.draft is not None else _without_device_token(row) for row in result]
 
-    def _choose(self, rows: list[ScheduledRow]) -> tuple[list[Draft | None], float, Launched | None]:
-        """Return the best drafts, what probes cost (in steps), and how to measure the step."""
-        planned, self._planned, self._chosen = self._planned, {}, None
+    def _choose(
+        self, rows: list[ScheduledRow], planned: Plan | None
+    ) -> tuple[list[Draft | None], float, DraftOptions | None]:
+        """Return the best drafts, what probes cost (in steps), and of which options they are; None: of none."""
         num_rows, drafting = len(rows), [i for i, row in enumerate(rows) if _may_draft(row)]
         tokens, logits = sum([row.num_tokens for row in rows]), sum([row.samples_token for row in rows])
         num_drafting, shape = len(drafting), Shape(num_rows, tokens, logits)
@@ -179,24 +189,23 @@ class Speculation:
             return [None if one is None else one.draft(MAX_DRAFT_TOKENS) for one in found], 0.0, None
         if not plain_s or not any(found):
             return [None] * num_rows, 0.0, None
-        options = DraftOptions([row.sequence for row in rows], found, times, shape, plain_s, guess_s)
+        options = DraftOptions(found, times, shape, plain_s, guess_s)
         lengths, price = options.planned_lengths(planned), 0.0
         if lengths is None:
             lengths, price = self._search(options)
-        self._are_paying = bool(lengths) and not price
         self._chosen = options if self._are_paying else None
         self._probes.add(self._are_paying)
         drafts: list[Draft | None] = [None] * num_rows
         for i, length in lengths.items():
             if (one := found[i]) is not None:
                 drafts[i] = one.draft(length, is_probe=price > 0)
-        began = rows[0].sequence, self._begun, not self._has_drafts
-        return drafts, price, Launched(times, shape, plain_s, guess_s, *began)
+        return drafts, price, options
 
     def _search(self, options: DraftOptions) -> tuple[dict[int, int], float]:
         """Return the best lengths by row, and what probes among them cost, in steps."""
         chooser, guess_s = options.chooser(), options.guess_s
         best = chooser.best(KEPT_GAIN if self._are_paying else MIN_GAIN)
+        self._are_paying = bool(best.lengths)
         if len(best.lengths) < len(chooser.rows) and self._probes.is_enough:
             probes = {one.row: min(PROBE_TOKENS, one.max_tokens) for one in chooser.rows[:PROBE_ROWS]}
             probed = chooser.evaluate(probes | best.lengths, is_first=not self._has_drafts)
@@ -211,7 +220,7 @@ class Speculation:
     def plan_next(self) -> None:
         """Choose lengths for the next step, while the device runs one with drafts: the host has no time between them.
 
-        They hold if the same rows can draft. Counts the drafts of the step before.
+        Counts the drafts of the step before.
         """
         self.count_drafts()
         chosen, self._chosen = self._chosen, None
@@ -349,9 +358,10 @@ class Speculation:
             shape = Shape(len(rows), len(rows), len(rows))
             self._times_of(rows, shape)[0].count_plain(shape, now - since)
         elif num_draft_tokens and self._launched is not None:
-            times, size, plain_s, guess_s, first, begun, is_first = self._launched
-            if begun != self._begun or all(row.sequence is not first for row in rows):
+            times, size, plain_s, guess_s, first, is_first = self._launched
+            if all(row.draft is not first for row in rows):
                 return  # another step is in flight, of another pipeline group
+            self._launched = None
             # What the host does before its launch is part of it.
             since = max(last_end, min(started, self._begun) - MAX_HOST_S)
             if self._guesses is None or self._num_guesses:

@@ -39,7 +39,7 @@ from rwkv_batch.core.drafters import (
 )
 from rwkv_batch.core.job_table import JobTable
 from rwkv_batch.core.scheduler import ScheduledRow
-from rwkv_batch.core.sequence import Phase
+from rwkv_batch.core.sequence import PENDING, Phase
 from rwkv_batch.core.speculation import Speculation
 from state_pool.cache.slots import DraftSlots, Slots
 from state_pool.layout import FIRST_FREE_SLOT
@@ -181,6 +181,46 @@ def test_a_plan_holds_for_one_step() -> None:
         for row in rows:
             row.sequence.draft = None
         speculation.plan_next()
+
+
+@pytest.mark.parametrize("change", ["nothing", "prompt", "adapter", "drafter"])
+def test_a_plan_holds_for_the_same_step_only(change: str) -> None:
+    """With a prompt or an adapter, the planned drafts may fit no graph. Another drafter may be less often right."""
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    rows = [predicted(0.9) for _ in range(4)]
+    speculation.add_drafts(rows)
+    speculation.plan_next()
+    for row in rows:
+        row.sequence.draft = None
+    if change == "prompt":
+        rows.append(replace(predicted(0.0), num_tokens=122, samples_token=False))
+    elif change == "adapter":
+        rows[0].sequence.adapter = object()
+        for _ in range(4):
+            speculation._measured.count_plain(Shape(4, 4, 4), 0.0001)  # for which a step with drafts is too slow
+            speculation._measured.count_drafts(Shape(16, 16, 16, 4), 0.0001, 0.01, 0.0)
+    elif change == "drafter":
+        for row in rows:
+            row.sequence.drafters = predicted(0.01).sequence.drafters
+    speculation._probes.steps = -1.0
+    speculation.add_drafts(rows)
+    assert [row.sequence.draft is not None for row in rows[:4]] == [change == "nothing"] * 4
+
+
+def test_a_probe_next_to_drafts_that_pay_does_not_end_them() -> None:
+    """They continue while they gain little: the next ones need not gain enough for a begin."""
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
+    for budget in (-1.0, 4.0):
+        speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+        rows = [predicted(0.9), *[predicted(0.0) for _ in range(3)]]
+        speculation._probes.steps = budget
+        for _ in range(2):
+            for row in rows:
+                row.sequence.draft = None
+            speculation.add_drafts(rows)
+        assert [row.sequence.draft is not None for row in rows] == [True] + [budget > 0] * 3
+        assert speculation._are_paying
 
 
 def test_rows_that_begin_to_match_are_not_bound_by_a_plan() -> None:
@@ -486,6 +526,30 @@ def test_two_steps_in_flight_are_not_measured() -> None:
         speculation.add_drafts(groups[1])
         speculation.count_step(groups[1], 0.0, 3)
     assert list(speculation.times.figures()["added"]) == [Shape(2, 4, 4).tokens.bit_length()]
+
+
+def test_a_step_alone_in_a_pipeline_is_measured() -> None:
+    """Its row cannot run again yet, so the next step has no rows."""
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
+    speculation, row = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s), predicted(0.99)
+    for _ in range(6):
+        assert speculation.add_drafts([row]) and not speculation.add_drafts([])
+        speculation.count_step([row], 0.0, 3)
+    assert speculation.times.figures()["added"]
+    assert speculation._launched is None, "it would keep the row in memory"
+
+
+def test_a_step_is_measured_without_the_rows_that_are_left_out() -> None:
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
+    speculation = Speculation("auto", slots, lambda _: None, graph_s=gpu_graph_s)
+    rows = [predicted(0.99) for _ in range(3)]
+    rows[0].sequence.token_ids = [7, PENDING]
+    rows[0].sequence.drafters[0].drafter.propose([7], 1, 3)
+    result = speculation.add_drafts(rows)
+    assert result == rows[1:] and speculation._launched is not None
+    assert speculation._launched.size == Shape(8, 8, 8, drafts=2)
+    speculation.count_step(result, 0.0, 6)
+    assert speculation._launched is None, "it is known by a row with a draft"
 
 
 @pytest.mark.parametrize("graph_s", [gpu_graph_s, lambda _: 0.0], ids=["adapter", "failed capture"])
