@@ -157,7 +157,7 @@ class DraftSampler:
         for rows, _ in step.ahead:
             for sequence, draft in rows:
                 num_accepted += jobs.commit_ahead(sequence, draft)
-                if draft.num_accepted:
+                if draft.num_accepted and sequence.phase is Phase.RUNNING:
                     self._uncounted.append((sequence, draft.sampled[: draft.num_accepted]))
         while rows_to_sample := speculation.accepted_rows(step.rows):
             num_accepted += len(rows_to_sample)

@@ -131,6 +131,25 @@ def test_a_row_that_ends_with_unread_guesses_frees_its_ring(model: Path) -> None
         gc.enable()
 
 
+@pytest.mark.parametrize("mode", ["model", "auto"])
+def test_an_idle_engine_keeps_no_ring(model: Path, mode: str) -> None:
+    """Nor the rows of its last step with drafts."""
+    greedy = SamplingParams(temperature=0.0)
+    rows = [make_request(f"row {i}", max_tokens=40, ignore_eos=True, sampling=greedy) for i in range(4)]
+    with started_engine(model, speculate=mode, draft_model=str(model)) as engine:
+        steps = engine.model_runner.draft_model
+        assert steps is not None
+        steps._graphs, steps._reading = FakeDraftGraphs(steps), FakeReadingGraphs(steps)  # type: ignore[assignment]
+        engine.model_runner.drafts.may_sample_ahead = engine.model_runner._tokens.is_read = True
+        gc.disable()
+        try:
+            run(engine, *rows)
+            assert eventually_holds(engine, lambda: len(steps._free) == MAX_ROWS)
+        finally:
+            gc.enable()
+        assert engine.speculation.totals["model"].accepted > 0
+
+
 def test_steps_are_begun_for_the_rows_of_one_step(model: Path) -> None:
     """Other rows' steps would replace them, and both would run twice."""
     steps = DraftSteps(EngineConfig(model_path=str(model), draft_model=str(model)), torch.device("cpu"))
