@@ -136,7 +136,7 @@ def test_long_graphs_go(stage: Stage, decode: DecodeGraphs, monkeypatch: pytest.
     graphs = PrefillGraphs(decode.graph_stages, decode.logits, sizes=[PrefillSize(1, 16), PrefillSize(1, 512)])
     graphs.warm_up()
     assert graphs.size_for(prompts([9])) == (1, 16) and graphs.size_for(prompts([200])) is None
-    assert {size for _, size in graphs._captured} == {(1, 16)}
+    assert {size for _, size, _ in graphs._captured} == {(1, 16)}
 
 
 @pytest.mark.parametrize(
