@@ -132,14 +132,18 @@ def _section(path: str, method: str, operation: dict[str, Any], schemas: dict[st
         parts = (shlex.quote(f"{name}={value}") for name, value in operation[FORM].items())
         command = " -F ".join([f"curl {SERVER}{path}", *parts])
     good = success.get("content", {})
-    if parameters and not in_path:
-        query = urlencode({one["name"]: one["example"] for one in parameters if "example" in one})
-        uploads = operation.get("requestBody", {}).get("content", {})
+    uploads = operation.get("requestBody", {}).get("content", {})
+    if parameters and (not in_path or FILE in uploads):
+        query = urlencode(
+            {one["name"]: one["example"] for one in parameters if one["in"] == "query" and "example" in one}
+        )
         if method == "GET":
             option = "" if JSON in good else f" -o {_FILES[FILE]}"
+        elif method == "PUT":
+            option = f" -T {in_path['filename']}"
         else:
             option = "".join(f" --data-binary @{_FILES[kind]}" for kind in uploads) or f" -X {method}"
-        command = f"curl{option} '{SERVER}{path}{'?' if query else ''}{query}'"
+        command = f"curl{option} '{SERVER}{path.format(**in_path)}{'?' if query else ''}{query}'"
     kinds = {kind.replace("*", r"\*"): content for kind, content in good.items()}  # else */* is emphasis
     answers = "; ".join(f"{kind} {' or '.join(_names(content))}".rstrip() for kind, content in kinds.items())
     ends = (f"Answer: {answers}.", *([f"Errors: {errors}"] if errors else []))
@@ -190,7 +194,7 @@ def curl(method: str, path: str, example: dict[str, Any] | None) -> str:
     if example is None:
         return f"curl {'' if method == 'GET' else f'-X {method} '}{SERVER}{path}"
     body = shlex.quote(json.dumps(example, ensure_ascii=False))
-    flag = " -N" if example.get("stream") else ""
+    flag = " -N" if example.get("stream") else "" if method == "POST" else f" -X {method}"
     return f"curl{flag} {SERVER}{path} -H 'Content-Type: application/json' -d {body}"
 
 

@@ -353,7 +353,7 @@ async def upload_form(context: Context, body: DocumentBody) -> HandlerResponse:
     uploads=FILE,
     answer=DocumentObject,
     errors=CHECK_ERRORS,
-    example={"filename": "book.epub", "target_lang": "zh-CN"},
+    example={"filename": "film.srt", "target_lang": "zh-CN"},
 )
 async def upload_file(context: Context, upload: Upload[DocumentUpload]) -> HandlerResponse:
     """Translate a file in the body, as `curl -T` sends it."""

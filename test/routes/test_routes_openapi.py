@@ -44,7 +44,7 @@ ANSWER_404 = (
     "POST /suggest", "POST /openai/v1/fine_tuning/jobs", "DELETE /openai/v1/models/{model}",
     *(f"{method} /openai/v1/fine_tuning/jobs/{{job_id}}" for method in ("GET", "POST")),
     *(f"{method} /translate/v1/documents/{{document_id}}" for method in ("GET", "DELETE")),
-    "PUT /translate/v1/documents/{filename}", "POST /v2/document/{document_id}", "GET /download_file/{document_id}",
+    "POST /v2/document/{document_id}", "GET /download_file/{document_id}",
     "DELETE /api/delete", "POST /mrss_loadstatemodel", "POST /mrss_set_gatingweight",
 )  # fmt: skip
 """Routes whose examples need something that is missing: an object, a file, or several engines."""
@@ -158,7 +158,8 @@ def test_every_curl_command_works(service: Service, folder: Path, section: Any) 
     ran = subprocess.run(
         [*command, "-sS", "-m", "150", "-w", "\n%{http_code}"], capture_output=True, text=True, check=True, cwd=folder
     )
-    assert ran.stdout.splitlines()[-1] in ("200", "201", "204") or section.title in ANSWER_404, ran.stdout
+    status = ran.stdout.splitlines()[-1]
+    assert status in ("200", "201", "204") or (section.title in ANSWER_404 and status != "405"), ran.stdout
 
 
 class Links(HTMLParser):
