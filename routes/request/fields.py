@@ -67,10 +67,15 @@ def error_value(value: Any) -> Any:
     return text if len(value) <= _CHARACTERS else f"{text}... ({len(value)} characters)"
 
 
+_READS_AS_ANOTHER_TYPE = re.compile(r"(true|false|null|[-+]?[\d.]+(e[-+]?\d+)?|[\[{].*)\s*", re.IGNORECASE | re.DOTALL)
+
+
 def describe_value(value: Any) -> str:
-    """Return the value for use within a sentence."""
+    """Return the value for use within a sentence. A text that reads as a value of another type has quotes."""
     if value == "":
         return "an empty text"
+    if isinstance(value, str) and _READS_AS_ANOTHER_TYPE.fullmatch(value):
+        return json.dumps(error_value(value), ensure_ascii=False)
     return json.dumps(value) if value is None or isinstance(value, bool) else str(error_value(value))
 
 

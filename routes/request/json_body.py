@@ -108,7 +108,7 @@ def validate(model: type[Model], data: Any) -> Model:
     """Return an instance of `model`. Raises ServiceError with the field, the limit and the value."""
     if not isinstance(data, dict):
         raise ServiceError(
-            ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {type(data).__name__}", field="body"
+            ErrorKind.INVALID_FIELD, f"the body must be a JSON object, got {describe_value(data)}", field="body"
         )
     try:
         return model.model_validate(data)

@@ -13,6 +13,17 @@ MAX_PREDICTION = 200_000
 """Characters."""
 
 
+def _text_or(other: type, description: str) -> BeforeValidator:
+    """Return a check whose error says all that is allowed, not a union's first member."""
+
+    def check(given: object) -> object:
+        if given is None or isinstance(given, str | other):
+            return given
+        raise PydanticCustomError("prediction", "must be a text, or {other}", {"other": description})
+
+    return BeforeValidator(check)
+
+
 class TextPart(Fields):
     """A part of a prediction."""
 
@@ -24,7 +35,10 @@ class Prediction(Fields):
     """OpenAI's form of a prediction."""
 
     type: Literal["content"] = "content"
-    content: str | Annotated[list[TextPart], Field(max_length=64)] = Field(max_length=MAX_PREDICTION)
+    content: Annotated[
+        Annotated[str, Field(max_length=MAX_PREDICTION)] | Annotated[list[TextPart], Field(max_length=64)],
+        _text_or(list, "a list of text parts"),
+    ]
 
     @property
     def joined(self) -> str:
@@ -42,17 +56,12 @@ class Prediction(Fields):
         return content
 
 
-def _check_type(given: object) -> object:
-    if given is None or isinstance(given, str | dict):
-        return given
-    raise PydanticCustomError("prediction", "must be a text, or an object with the text as content")
-
-
 class SpeculationFields(Fields):
     """Guesses of the text, which make it faster and do not change it."""
 
     prediction: Annotated[
-        Annotated[str, Field(max_length=MAX_PREDICTION)] | Prediction | None, BeforeValidator(_check_type)
+        Annotated[str, Field(max_length=MAX_PREDICTION)] | Prediction | None,
+        _text_or(dict, "an object with the text as content"),
     ] = Field(None, description="A text that the answer probably repeats in large part. Needs `--speculate`.")
     speculation: Literal["auto", "off"] = Field("auto", description="off: verify no guesses of the next tokens.")
 

@@ -12,7 +12,7 @@ from routes.openai.request import ChatBody, CompletionBody
 from routes.request import prompts
 from routes.request.bodies import BatchBody, GenerationBody, MixedState, PromptBody, with_mixture_weights
 from routes.request.decode_defaults import DefaultsFields, as_defaults, with_defaults
-from routes.request.fields import unescaped
+from routes.request.fields import describe_value, unescaped
 from routes.request.jobs import prompts_and_stops
 from routes.request.json_body import validate
 from routes.request.validation import MAX_WARNINGS, validated
@@ -87,7 +87,7 @@ def test_numbers_may_be_texts_where_a_route_allows_it() -> None:
     assert weights == [1.0, 2.0, -1000.0]
     for wrong in ("one", "1" * 33, "1001", "nan"):
         field, message = refusal(validate, PromptBody, {**CONTENTS, "mrss_gatingweight": [wrong]})
-        assert field == "mrss_gatingweight[0]" and message.endswith(f"got {wrong}")
+        assert field == "mrss_gatingweight[0]" and message.endswith(f"got {describe_value(wrong)}")
     assert refusal(validate, PromptBody, {**CONTENTS, "temperature": "1"})[0] == "temperature"
 
 

@@ -116,6 +116,8 @@ def test_errors_repeat_at_most_200_characters() -> None:
     assert error_value(["é", True, None]) == '["é", true, null]'
     assert len(error_value([["a" * 300]] * 9)) == 200
     assert [describe_value(value) for value in ("", None, True, 3, "x")] == ["an empty text", "null", "true", "3", "x"]
+    texts = ("true", "-1.5e3", '["a"]', "3 x")
+    assert [describe_value(text) for text in texts] == ['"true"', '"-1.5e3"', '"[\\"a\\"]"', "3 x"]
     assert error_field_name("a" * 64) == "a" * 64 and error_field_name("a" * 65) == "a" * 64 + "..."
     assert error_field_name("") == '""' and error_field_name("\ud800") == "\\ud800"
 
@@ -123,7 +125,8 @@ def test_errors_repeat_at_most_200_characters() -> None:
 @pytest.mark.parametrize(
     ("model", "body", "field", "message", "given"),
     [
-        (PromptBody, [], "body", "the body must be a JSON object, got list", None),
+        (PromptBody, [], "body", "the body must be a JSON object, got []", None),
+        (PromptBody, None, "body", "the body must be a JSON object, got null", None),
         (PromptBody, {"contents": ["a"], "top_k": -2}, "top_k",
          "top_k: must be greater than or equal to -1, got -2", -2),
         (PromptBody, {"contents": ["a", 7]}, "contents[1]", "contents[1]: must be a valid string, got 7", 7),

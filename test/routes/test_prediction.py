@@ -56,6 +56,9 @@ def test_errors_of_a_prediction_say_what_is_allowed() -> None:
     """They said that a text is demanded, and parts had no limit in all: tokenising 12 MB blocked the worker."""
     with pytest.raises(ServiceError, match="prediction: must be a text, or an object with the text as content, got 5"):
         validate(ChatBody, {**CHAT, "prediction": 5})
+    message = r'prediction\.content: must be a text, or a list of text parts, got {"a": 1}'
+    with pytest.raises(ServiceError, match=message):
+        validate(ChatBody, {**CHAT, "prediction": {"content": {"a": 1}}})
     parts = [{"type": "text", "text": "x" * (MAX_PREDICTION // 2 + 1)}] * 2
     with pytest.raises(ServiceError, match=r"prediction\.content: must have at most 200000 characters in all"):
         validate(ChatBody, {**CHAT, "prediction": {"content": parts}})
