@@ -358,8 +358,7 @@ class DraftOptions(NamedTuple):
         drafters = {one.drafter for one in self.found if one is not None}
         if plan is None or plan[:2] != (self.times, self.shape) or plan.lengths.keys() != drafters:
             return None
-        lengths = plan.lengths
-        return {i: min(lengths[one.drafter], one.max_tokens) for i, one in enumerate(self.found) if one is not None}
+        return {i: plan.lengths[one.drafter] for i, one in enumerate(self.found) if one is not None}
 
 
 FIRST_PROBES, MAX_PROBES = 1.0, 4.0

@@ -597,6 +597,49 @@ def test_a_choice_counts_all_of_its_time() -> None:
     assert lengths[0] > 2 * lengths.get(1, 0) > 0
 
 
+def test_rows_whose_last_token_is_read_first_draft_less() -> None:
+    """Unless all rows must, a draft accepted whole costs the next one a token. A draft of one token costs a step."""
+    rows = [Candidate(i, 0.9, math.log(0.9), 16, is_guessed=True) for i in range(8)]
+    chooser = Chooser(StepTimes(gpu_graph_s), Shape(8, 8, 8), 0.00205, 0.0004, rows)
+    choice = chooser.evaluate(dict.fromkeys(range(8), 2))
+    shorter = (1 - 0.81**7) * 0.81
+    assert choice.size == Shape(*[8 + 16 - int(8 * shorter)] * 3, drafts=8)
+    assert choice.num_tokens == pytest.approx(8 * (1 + 0.9 + 0.81 - 0.81 * shorter))
+    ones = chooser.evaluate(dict.fromkeys(range(8), 1))
+    assert ones.seconds == pytest.approx(gpu_graph_s(ones.size) + ADDED_S + 0.0004 * (2 - 0.1**8))
+
+
+@pytest.mark.parametrize(("guesses_s", "host_s"), [(0.0004, 0.001), (0.001, 0.0004), (0.001, 0.0)])
+def test_measured_steps_take_the_time_that_was_measured(guesses_s: float, host_s: float) -> None:
+    """The device guesses while the host works: the longer of both counts, once."""
+    times, shape = StepTimes(gpu_graph_s), Shape(16, 16, 16, drafts=8)
+    for _ in range(4):
+        times.count_drafts(shape, 0.00205, 0.005, guesses_s, host_s=host_s)
+    assert times.drafts_s(shape, 0.00205, guesses_s) == pytest.approx(0.005)
+
+
+def test_steps_whose_guesses_began_early_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model has guessed while the host processed the tokens of the step before."""
+    monkeypatch.setattr("rwkv_batch.core.speculation.time", SimpleNamespace(monotonic=lambda: 100.0))
+    slots: Any = SimpleNamespace(allocate=lambda count: [5] * count, free=lambda _: None, num_free=999)
+    model: Any = SimpleNamespace(graph_s=lambda _: 0.0004)
+    speculation = Speculation("auto", slots, lambda _: None, model, graph_s=gpu_graph_s)
+    rows = [row_that_decodes(RowDrafter(ModelDrafter(), Acceptance(1e6, 1.0))) for _ in range(2)]
+    guessed: Any = SimpleNamespace(num_steps=5, seconds=0.0, read=lambda: [7] * 8)
+    for _ in range(5):
+        for i, row in enumerate(rows):
+            drafter = row.sequence.drafters[0].drafter
+            drafter.num_read = 1
+            drafter.expect(4, guessed, range(4 * i, 4 * i + 4))
+        speculation.add_drafts(rows)
+        assert [row.draft.tokens for row in rows] == [[0] * 4] * 2
+        launched = speculation._launched
+        assert launched is not None and launched.size == Shape(10, 10, 10, drafts=2)
+        speculation.count_step(rows, 100.0, 8)
+    added = list(speculation.times.figures()["added"].values())
+    assert added == [pytest.approx(-gpu_graph_s(launched.size) - 5 * 0.0004)], "the model's five steps count"
+
+
 def test_guesses_that_the_host_hides_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device guesses while the host processes the tokens of the step before."""
     lengths, speeds = [], []
