@@ -170,9 +170,19 @@ def list_page(entries: list[dict[str, Any]], limit: int) -> dict[str, Any]:
     }
 
 
+_REMEDIES = {
+    "file": "GET /openai/v1/files lists them",
+    "batch": "GET /openai/v1/batches lists them",
+    "job": "GET /openai/v1/fine_tuning/jobs lists them",
+    "document": "the upload's answer has its id",
+}
+
+
 def not_found(kind: str, name: str) -> ServiceError:
-    """Return the error for a file or batch that does not exist. One that belongs to another key gets the same error."""
-    return ServiceError(ErrorKind.NOT_FOUND, f"no such {kind}: {name[:80]!r}", field=f"{kind}_id", given=name[:80])
+    """Return the error for an object that does not exist. One that belongs to another key gets the same error."""
+    field = f"{kind}_id"
+    message = f"{field}: no such {kind}: {name[:80]!r}; {_REMEDIES[kind]}"
+    return ServiceError(ErrorKind.NOT_FOUND, message, field=field, given=name[:80])
 
 
 @ROUTES.add(

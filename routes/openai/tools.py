@@ -117,7 +117,7 @@ def build_tool_set(
             )
     for name in allowed_names or ():
         if name not in names:
-            listed = ", ".join(names)[:200]
+            listed = ", ".join(names)[:200] or "there are none; add them as `tools`"
             raise _tool_error(f"names {name!r}, which is not among the tools ({listed})", "tool_choice")
     if not functions and mode == "required":
         raise _tool_error("'required' needs at least one tool; add tools or use 'auto'", "tool_choice")

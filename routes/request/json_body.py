@@ -100,7 +100,7 @@ _NUMBERS = {"int_type": "a whole number"} | dict.fromkeys(("float_type", "float_
 _PYTHON_TYPES = re.compile(r"a valid dictionary( or instance of \w+)?")
 
 
-_PYDANTIC_SUFFIX = re.compile(r" after validation, not .*")
+_PYDANTIC_SUFFIX = re.compile(r"( after validation, not|, unable to) .*")
 Model = TypeVar("Model", bound=Fields)
 
 

@@ -11,6 +11,7 @@ import pytest
 from routes.engines import AddBody
 from routes.fine_tuning.jobs import HyperparametersFields
 from routes.models import LoadBody
+from routes.openai.files import FilesQuery, not_found
 from routes.openai.request import ChatBody
 from routes.openai.responses_body import ResponsesBody
 from routes.request import json_body
@@ -122,10 +123,20 @@ def test_errors_repeat_at_most_200_characters() -> None:
     assert error_field_name("") == '""' and error_field_name("\ud800") == "\\ud800"
 
 
+@pytest.mark.parametrize("kind", ["file", "batch", "job", "document"])
+def test_an_unknown_object_is_named_with_what_to_do(kind: str) -> None:
+    info = not_found(kind, "x").info
+    assert info.message.startswith(f"{kind}_id: no such {kind}: 'x'; ") and (info.field, info.given) == (
+        f"{kind}_id",
+        "x",
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "body", "field", "message", "given"),
     [
         (PromptBody, [], "body", "the body must be a JSON object, got []", None),
+        (FilesQuery, {"limit": "abc"}, "limit", "limit: must be a valid integer, got abc", "abc"),
         (PromptBody, None, "body", "the body must be a JSON object, got null", None),
         (PromptBody, {"contents": ["a"], "top_k": -2}, "top_k",
          "top_k: must be greater than or equal to -1, got -2", -2),

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import OpenAI
+from pydantic_core import PydanticCustomError
 
+from routes.openai.tools import build_tool_set
 from routes.request import prompts
 from routes.request.messages import Message
 from routes.request.prompts import Think
@@ -355,6 +357,11 @@ def test_without_calls_an_answer_is_text(echo_client: OpenAI) -> None:
         text = CALL if fields else "Hello."
         choice = call_chat(echo_client, text, **fields).choices[0]
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", text, None)
+
+
+def test_a_chosen_tool_needs_tools() -> None:
+    with pytest.raises(PydanticCustomError, match="there are none; add them as `tools`"):
+        build_tool_set([], "required", ["f"], parallel_calls=True)
 
 
 def test_an_answer_that_must_be_a_call(echo_client: OpenAI) -> None:
