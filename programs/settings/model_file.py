@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import msgspec
@@ -11,6 +12,8 @@ from programs.settings.generation_config import read_defaults
 from programs.settings.model_source import DEMO, resolve
 from rwkv_batch.errors import StartupError
 from rwkv_batch.translation.prompt_forms import prompt_form
+
+logger = logging.getLogger(__name__)
 
 
 def with_default_model(settings: Settings) -> Settings:
@@ -28,6 +31,8 @@ def with_default_model(settings: Settings) -> Settings:
         raise StartupError(f"model file {path} cannot be read ({error.strerror}); check --model-path") from None
     http, engine = settings.http, settings.engine
     draft = resolve(engine.draft_model) if engine.uses_draft_model else engine.draft_model
+    if draft and not engine.uses_draft_model:
+        logger.warning("--draft-model has no effect with --speculate %s; add --speculate auto", engine.speculate)
     return msgspec.structs.replace(
         settings,
         engine=msgspec.structs.replace(engine, model_path=path, draft_model=draft),

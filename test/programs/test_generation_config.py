@@ -62,7 +62,7 @@ def test_auto_is_the_file_next_to_the_model(tmp_path: Path) -> None:
     assert with_defaults(validate(ChatBody, CHAT), DecodeDefaults(), off).row_sampling(list).top_k == 0
 
 
-def test_a_draft_model_has_a_name_like_the_model(tmp_path: Path) -> None:
+def test_a_draft_model_has_a_name_like_the_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tmp_path / "m.pth"
     model.write_bytes(b"")
     flags = ["--model-path", str(model), "--draft-model", "ollama:nowhere"]
@@ -70,6 +70,7 @@ def test_a_draft_model_has_a_name_like_the_model(tmp_path: Path) -> None:
         with_default_model(parse_settings([*flags, "--speculate", "auto"], {}))
     for mode in ("off", "ngram"):  # it was downloaded
         with_default_model(parse_settings([*flags, "--speculate", mode], {}))
+        assert f"--draft-model has no effect with --speculate {mode}; add --speculate auto" in caplog.text
 
 
 def test_requests_use_it_unless_they_give_a_field() -> None:
