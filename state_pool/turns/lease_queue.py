@@ -44,6 +44,8 @@ class LeaseQueue:
         self._store = store
         self._is_shared = store is not None and store.shared
         self._waiting: deque[Lease] = deque()
+        self._lacks_pins = False
+        """whether a lease waits for a pin only, as of the last `poll`: a later one must not take it at once"""
 
     def check_origin(self, session: Session | None, state: str, adapter: str, mixture: Origin | None) -> None:
         """Check that the session started with this tuned state and adapter.
@@ -78,7 +80,7 @@ class LeaseQueue:
         if lease.source is not None:
             lease.source.readers += 1
             lease.is_reader = True
-        if not self._try(lease):
+        if (lease.source is not None and self._lacks_pins) or not self._try(lease):
             self._waiting.append(lease)
 
     def stop_reading(self, lease: Lease) -> None:
@@ -91,6 +93,7 @@ class LeaseQueue:
 
         The others take turns, because a store that hangs may hold up all of the oldest.
         """
+        self._lacks_pins = False
         front = self._try_next(_LOOK_AHEAD)
         self._waiting.extend(self._try_next(_LOOK_AHEAD))
         self._waiting.extendleft(reversed(front))
@@ -124,7 +127,10 @@ class LeaseQueue:
             lease.tier = source.tier
         if source.slot is None:
             self._fetch(source)
-        if source.slot is None or not self._tiers.pin(source.slot):
+        if source.slot is None:
+            return False
+        if not self._tiers.pin(source.slot):
+            self._lacks_pins = True
             return False
         lease.pinned = lease.exists = True
         lease.read_slot, lease.replay = source.slot, list(source.replay)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from typing import Any
 
@@ -32,17 +34,26 @@ def check_step(engine: Engine) -> None:
 
 
 class HeadOfLine:
-    """Checks that no turn waits behind those of other sessions."""
+    """Checks that no turn waits behind those of other sessions. An older one may start first."""
 
     def __init__(self) -> None:
         self._waited: dict[Any, int] = {}
-        """leases that could start -> steps that they did not"""
+        """leases that could start -> steps in which neither they nor older ones did"""
+        self._numbers: dict[Any, int] = {}
+        """waiting leases -> their numbers, in the order in which they came"""
+        self._next_number = itertools.count(1)
 
     def check(self, pool: Any) -> None:
         """Call after every step. Raises Violation."""
-        tiers = pool.tiers
-        able = [lease for lease in pool.turns.lease_queue._waiting if _could_start(lease, tiers)]
-        self._waited = {lease: self._waited.get(lease, 0) + 1 for lease in able}
+        tiers, waiting, before = pool.tiers, pool.turns.lease_queue._waiting, self._numbers
+        started = [number for lease, number in before.items() if lease.state is LeaseState.READY]
+        # A lease that has waited before keeps its number: the queue's order changes.
+        self._numbers = {lease: before.get(lease) or next(self._next_number) for lease in waiting}
+        able = [lease for lease in waiting if _could_start(lease, tiers)]
+        oldest_started = min(started, default=math.inf)
+        self._waited = {
+            lease: 0 if oldest_started < self._numbers[lease] else self._waited.get(lease, 0) + 1 for lease in able
+        }
         late = [lease.session.key for lease, steps in self._waited.items() if steps > MAX_READY_STEPS]
         demand(not late, f"turns wait although their sessions are in memory and slots are free: {late}")
 

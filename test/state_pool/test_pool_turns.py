@@ -13,7 +13,7 @@ from state_pool.errors import DialogueNotFound, PoolError, PoolFull, SessionBusy
 from state_pool.origins import Origin, mixed_origin
 from state_pool.session_key import Tier
 from state_pool.sessions import Lease, LeaseState
-from test.pool_fakes import Driver, Outcome, config_in, end, expected_state, opened
+from test.pool_fakes import Driver, FakeArena, Outcome, config_in, end, expected_state, opened
 
 POET = Origin("poet", "d1")
 
@@ -51,6 +51,34 @@ def test_a_session_is_busy_until_its_turn_is_known(driver: Driver) -> None:
     assert (lease.exists, lease.num_tokens, lease.tier) == (True, 1, Tier.SLOT)
     turns.release(lease)
     assert driver.pool.turns.lease_queue.pending is False and not driver.pool.turns.pending
+
+
+def test_a_turn_takes_no_pin_before_one_that_waits(tmp_path: Path) -> None:
+    """Else steady traffic on sessions in memory keeps others waiting for ever."""
+    driver = Driver(FakeArena(num_slots=8), config_in(tmp_path, l1_sessions=5))
+    for name in "abcde":
+        driver.turn(name, [1])
+    turns, tiers = driver.pool.turns, driver.pool.tiers
+    running = [driver.ready(turns.checkout(name)) for name in "abc"]
+    assert not tiers.can_pin, "half of the slots are for rows"
+    waiting = turns.checkout("d")
+    for _ in range(2):
+        driver.pool.poll()
+    turns.release(running.pop())
+    later = turns.checkout("e")
+    assert (waiting.state, later.state) == (LeaseState.WAITING, LeaseState.WAITING)
+    driver.pool.poll()
+    assert (waiting.state, later.state) == (LeaseState.READY, LeaseState.WAITING)
+    turns.release(running.pop())
+    driver.pool.poll()
+    assert later.state is LeaseState.READY
+    driver.pool.poll()
+    turns.release(waiting)
+    again = turns.checkout("d")
+    assert again.state is LeaseState.READY, "at once, if none waits"
+    for lease in (*running, later, again):
+        turns.release(lease)
+    end(driver)
 
 
 def test_a_branch_needs_a_finished_dialogue(driver: Driver) -> None:
