@@ -173,7 +173,8 @@ class CheckedEngine(Engine):
         self.model_runner = runner  # type: ignore[assignment]
         self.state_manager = CheckedStateManager(world, runner.pool, runner.overlaps)
         self.scheduler = Scheduler(runner.limits, self.state_manager, runner.has_pieces)
-        mode = "ngram" if world.speculates else "off"
+        # With "auto", drafts are planned and probed by measured times, so there are fewer of them.
+        mode = ("ngram", "auto")[world.seed % 2] if world.speculates else "off"
         slots = DraftSlots(runner.pool.tiers.slots, world.num_draft_slots)
         self.speculation = Speculation(mode, slots, self.scheduler.forget_plain)
         self.speculation.make_drafters = lambda sequence: [Drafts(world, sequence), *make_drafters(sequence)]
