@@ -22,10 +22,10 @@ HOST_S, HOST_DRAFT_S = 0.0002, 0.00002
 """From the tokens of a step with drafts to the launch of the next one, and for each draft, before it is measured: low,
 so that drafts are tried."""
 ADDED_S = 0.0001
-"""What a step with drafts takes beyond its graph and guesses or host, before it is measured: it samples, and stages
-inputs."""
+"""Time of sampling and staging in a step with drafts, beyond its graph and the longer of guesses and host, before it is
+measured."""
 FIRST_HOST_S, FIRST_HOST_DRAFT_S = 0.0005, 0.0002
-"""The same for a step with drafts after one without: the device has nothing to run while the host prepares it."""
+"""Both for a step with drafts after one without: the device has nothing to run while the host prepares it."""
 ASSUMED_FACTOR = 1.25
 """Times of a plain step that one with drafts takes without graphs. Low, so that drafts are tried and measured."""
 ASSUMED_GUESS = 0.1
@@ -217,7 +217,7 @@ class Proposal(NamedTuple):
     gain: float
     """in tokens, without the cost that rows share"""
     rate: float
-    """of the drafter; 0: the row has one only"""
+    """of the drafter; 0: the row has only one drafter, so none is compared"""
 
     def draft(self, length: int, is_probe: bool = False) -> Draft:
         """Return a draft of at most this many tokens."""
@@ -339,12 +339,11 @@ class DraftOptions(NamedTuple):
 
     def chooser(self) -> Chooser:
         """Return what finds the best drafts."""
-        rates = [None if one is None else min(max(one.drafter.rate, 0.001), 0.999) for one in self.found]
-        rows = [
-            Candidate(i, rate, math.log(rate), one.max_tokens, one.tokens is None)
-            for i, (one, rate) in enumerate(zip(self.found, rates, strict=True))
-            if one is not None and rate is not None
-        ]
+        rows = list[Candidate]()
+        for i, one in enumerate(self.found):
+            if one is not None:
+                rate = min(max(one.drafter.rate, 0.001), 0.999)
+                rows.append(Candidate(i, rate, math.log(rate), one.max_tokens, one.tokens is None))
         return Chooser(self.times, self.shape, self.plain_s, self.guess_s, rows)
 
     def plan(self) -> Plan | None:

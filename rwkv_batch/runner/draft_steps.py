@@ -312,10 +312,10 @@ class DraftSteps:
     ) -> DeviceGuesses:
         """Return the chosen tokens [steps, R] int64 of launched steps: up to `counts` of each row, from `firsts` on."""
         num_steps, pitch = tokens.shape
-        own, size = tokens.clone().view(-1), num_steps * pitch  # the next run overwrites the graphs'
+        own = tokens.clone().view(-1)  # the next run overwrites the graphs'
         result = DeviceGuesses(own, num_steps, started, self._copies)
         for i, (drafter, count, first) in enumerate(zip(drafters, counts, firsts, strict=True)):
-            drafter.expect(min(count, num_steps - first), result, range(first * pitch + i, size, pitch))
+            drafter.expect(min(count, num_steps - first), result, range(first * pitch + i, len(own), pitch))
         return result
 
     @staticmethod

@@ -188,7 +188,7 @@ def test_rows_with_adapters_have_graphs_of_their_own() -> None:
     assert graphs.size_for(replace(drafts, adapters=torch.tensor([1, 1]))) is None
 
 
-def test_tokens_of_adapters_are_staged(stage: Stage) -> None:
+def test_tokens_of_adapters_are_staged() -> None:
     """Padding tokens have no adapter."""
     size, numbers = PrefillSize(4, 32), torch.tensor([2] * 17 + [0] * 3)
     staging = StagedPrompts.__new__(StagedPrompts)

@@ -2,7 +2,7 @@
 
 A graph is launched at once. Kernel by kernel, up to some 2,000 tokens of 7.2B take the host longer than the GPU.
 
-Rows with adapters have graphs of their own, of fewer sizes: they are captured if adapters are configured.
+Steps with adapters have graphs of their own, in fewer sizes. They are captured if the configuration names adapters.
 
 A graph reads up to as many rows and tokens as its size says. The remaining tokens are padding. Padding rows read them,
 from the zero state into the dummy slot; there is always one such row. A padding row may have no token.
